@@ -132,6 +132,9 @@ def of_run(p: Program, facts: Facts) -> dict[str, bool]:
         )
         and facts.has_bad
         and len(p.parts) > 1,
+        # A state whose evaluation would have been due is evaluated when the run goes on.
+        "a best state and another every": bool(e and e["keep_best"])
+        and any("every" in x for x in p.parts),
         # The run that goes on would give the state that was best before the death another value.
         "other values after a death": bool(e and e["keep_best"] and e["values"] and kills),
         "an average is evaluated": bool(e and e["average"] and not p.names(*AVERAGES)),
@@ -233,7 +236,11 @@ def of_ways(p: Program, facts: Facts) -> dict[str, bool]:
         "what stays whole is stacked": facts.has("whole") and not p.stages,
         "a tree without state on the host": facts.has("host") and not HAS_HOST,
         "a model state of a way": p.model_state
-        and (p.model_state == "weights" or any(x.microbatches > 1 for x in ways))
+        and (
+            p.model_state == "weights"
+            or (p.is_weighted and facts.has_bad)
+            or any(x.microbatches > 1 for x in ways)
+        )
         and len(keys) > 1,
         "a key of microbatches": p.model_state == "key" and any(x.microbatches > 1 for x in ways),
         "statistics by weight need weights": p.model_state == "weights"

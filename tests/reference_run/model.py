@@ -75,11 +75,14 @@ def pass_on(p, model_state, batch, way, worker=None):
 
 def next_model_state(p, model_state, x, w, worker):
     """Return the model state after a batch or microbatch; the number of a worker, if there are
-    several, is folded into its key. A mean by weight of no examples stays."""
+    several, is folded into its key. A number that is not finite stays, if no example has weight."""
     weights = w if p.model_state == "weights" else np.ones(len(x))
-    mean = model_state["mean"]
+    before, mean = model_state["mean"], np.nan
     if np.sum(weights):
-        mean = 0.9 * mean + 0.1 * np.average(x.astype(np.float64), 0, weights)
+        mean = np.average(x.astype(np.float64), 0, weights)
+    mean = 0.9 * before + 0.1 * mean
+    if p.is_weighted and not np.sum(w):
+        mean = np.where(np.isfinite(mean), mean, before)
     after = {"mean": mean, "seen": model_state["seen"] + 1}
     if "key" in model_state:
         key = jax.random.wrap_key_data(model_state["key"].astype(np.uint32))
